@@ -1,0 +1,1 @@
+"""The processes of a run: how they meet, agree, watch each other and stop."""
